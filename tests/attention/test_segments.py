@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ops
 from tests.verify import DEVICE, assert_waits_for_nothing
-from torch_ops.segments import MOST_ROWS, Segments, dual_group, zigzag, zigzag_indices
+from torch_ops import segment_attention
+from torch_ops.segments import MOST_ROWS, Segments, dual_group, whole_sequences, zigzag, zigzag_indices
 from torch_ops.testing.cases import cumulative
 
 # A token: its sequence, and its number in the sequence.
@@ -63,6 +64,24 @@ def keys_of(segments: Segments, buffer: Sequence[Token | None]) -> list[list[Tok
     ]
 
 
+def verify_whole(segments: Segments) -> None:
+    """Whole sequences leave queries where they were, and what sees nothing sees nothing."""
+    kept = [tensor.clone() for tensor in segments]
+    whole, starts = whole_sequences(segments)
+    for name in ("cu_seqlens_q", "key_sequence", "key_bounds", "key_rows"):
+        assert getattr(whole, name) is getattr(segments, name)
+    assert all(torch.equal(one, other) for one, other in zip(segments, kept, strict=True))
+    for tensor in (whole.key_limit, starts):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous() and tensor.device == segments.key_limit.device
+        assert tensor.shape == segments.key_limit.shape
+    lengths = segments.key_bounds[:, -1].tolist()
+    named = list(zip(segments.key_sequence.tolist(), segments.key_limit.tolist(), strict=True))
+    assert whole.key_limit.tolist() == [lengths[sequence] if limit else 0 for sequence, limit in named]
+    spans = zip(itertools.pairwise(segments.cu_seqlens_q.tolist()), named, starts.tolist(), strict=True)
+    rows = [(sequence, first + row) for (a, b), (sequence, _), first in spans for row in range(b - a)]
+    assert rows == queries_of(segments)
+
+
 def verify_zigzag(lengths: Sequence[int], world_size: int, spare: int | None, device: str) -> None:
     most = max(len(tokens_of(lengths, rank, world_size)) for rank in range(world_size))
     rows_per_rank = None if spare is None else most + spare
@@ -76,6 +95,7 @@ def verify_zigzag(lengths: Sequence[int], world_size: int, spare: int | None, de
             assert one.dtype == torch.int32 and one.is_contiguous() and one.device.type == device
         mine = tokens_of(lengths, rank, world_size)
         assert segments.cu_seqlens_q[0] == 0 and queries_of(segments) == mine
+        verify_whole(segments)
         assert keys_of(segments, buffer) == [
             [(sequence, token) for token in range(length)] for sequence, length in enumerate(lengths)
         ]
@@ -152,12 +172,17 @@ def test_graphs_make_index_tensors_of_any_lengths() -> None:
     def step(lengths: Tensor) -> Segments:
         return zigzag(lengths, 1, 2, rows_per_rank=200)
 
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for lengths in ([7, 30, 0], [64, 3, 3, 3, 90], [5, 5]):
-            made = compiled(torch.tensor(lengths, dtype=torch.int32))
-            expected = step(torch.tensor(lengths, dtype=torch.int32))
-            assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+    def whole(lengths: Tensor) -> tuple[Tensor, ...]:
+        segments, starts = whole_sequences(step(lengths))
+        return *segments, starts
+
+    for function in (step, whole):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for lengths in ([7, 30, 0], [64, 3, 3, 3, 90], [5, 5]):
+                made = compiled(torch.tensor(lengths, dtype=torch.int32))
+                expected = function(torch.tensor(lengths, dtype=torch.int32))
+                assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
 
 
 # --- two groups ---
@@ -197,6 +222,7 @@ def verify_dual_group(
     assert keys_of(segments, buffer) == [
         [(sequence, key) for key in range(b - a)] for sequence, (a, b) in enumerate(itertools.pairwise(keys))
     ]
+    verify_whole(segments)
     return segments
 
 
@@ -234,6 +260,39 @@ def test_boundaries_that_fall_count_as_the_largest_before_them(device: str) -> N
     assert huge.key_limit.tolist() == [7, 7]
 
 
+# --- whole sequences ---
+
+
+def test_whole_sequences_start_where_causal_segments_did(device: str) -> None:
+    """Values written out: chunks 1 and 2 of 4, then two groups, of which one has more queries than keys."""
+    whole, starts = whole_sequences(zigzag([16, 7, 0], 1, 2, device=device))
+    assert whole.key_limit.tolist() == [16, 16, 7, 7, 0, 0] and starts.tolist() == [4, 8, 1, 3, 0, 0]
+    boundaries = (torch.tensor(own, dtype=torch.int32, device=device) for own in ([0, 3, 9], [0, 4, 4], [0, 20, 25]))
+    limits = [torch.tensor(limit, dtype=torch.int32, device=device) for limit in ([11, 2], [0, 99])]
+    whole, starts = whole_sequences(dual_group(*boundaries, *limits, rows_q0=12))
+    # The third segment holds the rows between the groups.
+    assert whole.cu_seqlens_q.tolist() == [0, 3, 9, 12, 16, 16]
+    assert whole.key_limit.tolist() == [20, 5, 0, 0, 5] and starts.tolist() == [8, -4, -3, -4, 5]
+
+
+def test_starts_of_boundaries_that_fall(device: str) -> None:
+    """A segment with a falling boundary is empty. The others keep their places."""
+    given = (
+        torch.tensor(own, dtype=torch.int32, device=device) for own in ([0, 9, 5, 12], [0, 0, 0, 0], [0, 20, 30, 50])
+    )
+    _, starts = whole_sequences(dual_group(*given, 9, 9))
+    assert starts.tolist() == [0, 9, 6, 9, 9, 9]
+
+
+def test_rows_between_groups_still_see_nothing(device: str) -> None:
+    boundaries = (torch.tensor(own, dtype=torch.int32, device=device) for own in ([0, 3, 9], [2, 6, 8], [0, 20, 25]))
+    segments, query_start = whole_sequences(dual_group(*boundaries, 4, 25, rows_q0=13))
+    q, k = torch.randn(23, 2, 8, device=device), torch.randn(25, 2, 8, device=device)
+    out, lse = segment_attention(q, k, k, *segments, causal=False, return_lse=True, query_start=query_start)
+    outside = torch.tensor([9 <= row < 15 or row >= 21 for row in range(23)], device=device)
+    assert torch.equal((lse == -torch.inf).all(0), outside) and torch.equal((out == 0).all(-1).all(-1), outside)
+
+
 # --- nothing waits ---
 
 
@@ -246,6 +305,8 @@ def test_nothing_waits_for_the_gpu() -> None:
     assert_waits_for_nothing(lambda: zigzag([64, 3, 17], 1, 4, device="cuda"))
     assert_waits_for_nothing(lambda: dual_group(*boundaries, 10, lengths[:2], 7))
     assert_waits_for_nothing(lambda: dual_group(*boundaries, lengths[:2], 10))
+    assert_waits_for_nothing(lambda: whole_sequences(zigzag(lengths, 1, 4)))
+    assert_waits_for_nothing(lambda: whole_sequences(dual_group(*boundaries, lengths[:2], 10, 7)))
 
 
 def test_no_value_is_asked_for() -> None:
@@ -255,8 +316,12 @@ def test_no_value_is_asked_for() -> None:
         boundaries = [mode.from_tensor(cumulative(own, "cpu")) for own in ((3, 4), (5, 6), (70, 80))]
         for made in (zigzag(lengths, 1, 4), zigzag(lengths, 1, 4, rows_per_rank=100), zigzag([64, 3], 1, 4)):
             assert [list(each.shape) for each in made] == [[5], [4], [4], [2, 9], [2, 8]]
+            whole, starts = whole_sequences(made)
+            assert whole.key_limit.shape == starts.shape == (4,)
         for made in (dual_group(*boundaries, 10, lengths), dual_group(*boundaries, lengths, 10)):
             assert [list(each.shape) for each in made] == [[5], [4], [4], [2, 2], [2, 1]]
+            whole, starts = whole_sequences(made)
+            assert whole.key_limit.shape == starts.shape == (4,)
 
 
 # --- refusals ---

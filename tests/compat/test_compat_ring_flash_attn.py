@@ -346,6 +346,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {"causal": False},
     "full_window": {"causal": False, "window_size": (9, 13)},
     "full_alibi_of_sequences": {"causal": False, "alibi": 2},
+    "full_alibi_and_left_window": {"causal": False, "alibi": 1, "window_size": (9, -1)},
 }
 
 
@@ -451,6 +452,26 @@ def test_further_groups_see_what_their_slices_hold(name: str, device: str) -> No
     actual = call([q0, q1[second], q1[first]], **cut)
     for one, other in zip(actual[:2], expected[:2], strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("name", ["window", "full", "full_window"])
+def test_rows_in_no_sequence_see_nothing(name: str, device: str) -> None:
+    """A group may have rows behind its last boundary, as a batch of fixed size has."""
+    case = Rank((32, 16), 1, 2)
+    q0, q1, kv_buffer = (torch.randn(shape, device=device) for shape in case.shapes.values())
+    call = partial(replace_execute_grouped_attention_with_fused_varlen, kv_buffer=kv_buffer)
+    arguments = {**case.arguments(device), **OPTIONS[name]}
+    expected = call([q0, q1], **arguments)
+    rows = q0.shape[0] + q1.shape[0]
+    more = torch.arange(rows, rows + 3, device=device), torch.arange(rows + 3, rows + 5, device=device)
+    arguments["chunk_indices_list"] = [
+        torch.cat(pair) for pair in zip(arguments["chunk_indices_list"], more, strict=True)
+    ]
+    out, lse, _ = call([torch.cat([q0, q0[:3]]), torch.cat([q1, q1[:2]])], **arguments)
+    torch.testing.assert_close(out[:rows], expected[0])
+    torch.testing.assert_close(lse[:, :rows], expected[1])
+    assert not out[rows:].any() and (lse[:, rows:] == -torch.inf).all()
 
 
 def test_heads_may_come_in_strides(device: str) -> None:
