@@ -282,7 +282,7 @@ SEGMENT_ATTENTION = Kernels(
         *(Point.of(target, "steps", head_dim=head_dim) for target in ("sm_80", "sm_90") for head_dim in (64, 128)),
         *(Point.of("sm_90", "plain", dtype=torch.float32, head_dim=head_dim) for head_dim in (64, 72)),
         *(Point.of(target, "starts", head_dim=64) for target in ("sm_80", "sm_90", "gfx942")),
-        Point.of("sm_90", "head_major", head_dim=128), Point.of("gfx942", "plain", dtype=torch.float32),
+        Point.of("sm_90", "head_major", head_dim=80), Point.of("gfx942", "plain", dtype=torch.float32),
     ),
 )  # fmt: skip
 

@@ -200,8 +200,8 @@ def segment_attention(
             dropout_p). lse is the sum over all weights. Default: 0.
         dropout_seed: int64 [1] on q's device. The mask is Philox of the seed, the sequence, the head, and the positions
             of query and key. A rank's mask is therefore that of a single device. Default: from PyTorch's generator.
-        query_start: int32 [n], the key position of each segment's first row. Without causal order a segment may see
-            keys behind its last row; windows, ALiBi and dropout then need it. Default: kv_len - n.
+        query_start: int32 [n], the key position of each segment's first row, at most 2^29 from 0. Without causal order
+            a segment may see keys behind its last row; windows, ALiBi and dropout then need it. Default: kv_len - n.
 
     Returns:
         out [Tq, H, D] in q's dtype. With return_lse also lse [H, Tq], fp32 (fp64 for fp64): the natural logarithm of

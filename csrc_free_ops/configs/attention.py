@@ -144,6 +144,7 @@ def segment_rule(
             if split_head_dim(head_dim, itemsize)[1] > 0:
                 # A tail of columns leaves few registers. Eight warps for 64 keys took twice the time.
                 return Config(16, 64, 4, 1 if head_dim > 88 else 3)
+            # With row strides at run time, the tile for 128 columns spills 8 bytes.
             return Config(32, 64, 4, 3) if width <= 64 else Config(32, 128, 8, 3)
         return Config(128, 64, 8, 3) if core == "attention_bwd_dq" and head_dim > 64 else Config(64, 64, 4, 3)
     if precision == "bf16x6" and core == "attention_bwd_dkdv" and width == 128:

@@ -764,6 +764,19 @@ def test_checked_mode_names_the_entry(name: str, values: Any, message: str, devi
 
 
 @pytest.mark.no_interpret
+def test_checked_mode_names_a_start_out_of_range(device: str) -> None:
+    inputs = make_segment_inputs(_named("whole"), torch.float32, device)
+    starts = torch.zeros_like(inputs.key_limit)
+    with torch_ops.settings(checked=True):
+        for value in (2**29, -(2**29)):
+            inputs.call(partial(segment_attention, query_start=starts.fill_(value)))
+        for value in (2**29 + 1, -(2**31)):
+            wrong = partial(segment_attention, query_start=starts.fill_(value))
+            with pytest.raises(ValueError, match=rf"query_start\[0\] is {value}, expected at most 536870912 from 0"):
+                inputs.call(wrong)
+
+
+@pytest.mark.no_interpret
 def test_checked_mode_takes_what_is_empty(device: str) -> None:
     """Where a piece is empty, its row may be anything."""
     for name in ("empty", "no_segments", "no_rows"):

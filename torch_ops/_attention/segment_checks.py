@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._attention.checks import check_options, check_packed_rows, check_score_tensors, check_upstream
-from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.options import UNBOUNDED, AttentionOptions
 from torch_ops._core.checks import (
     check_cu_seqlens,
     check_cu_seqlens_values,
@@ -17,6 +17,9 @@ from torch_ops._core.checks import (
 )
 from torch_ops._core.launch import contiguous_like
 from torch_ops._core.torch_private import FakeTensor
+
+# Kernels add windows to positions in 32 bits.
+MOST_POSITIONS = UNBOUNDED // 2
 
 
 def check_segments(op: str, call: Any) -> None:
@@ -72,6 +75,10 @@ def check_segment_values(op: str, call: Any) -> None:
             if length > 0 and not 0 <= row <= total - length:
                 wanted = f"from 0 to {total - length}, since the piece has {length} of the {total} rows of k"
                 refuse(op, f"key_rows[{s}, {p}]", wanted, row)
+    starts = [] if call.query_start is None else call.query_start.tolist()
+    for index, start in enumerate(starts):
+        if abs(start) > MOST_POSITIONS:
+            refuse(op, f"query_start[{index}]", f"at most {MOST_POSITIONS} from 0", start)
     for index, (sequence, limit) in enumerate(zip(call.key_sequence.tolist(), call.key_limit.tolist(), strict=True)):
         if not 0 <= sequence < len(bounds):
             refuse(op, f"key_sequence[{index}]", f"from 0 to {len(bounds) - 1}", sequence)
