@@ -70,6 +70,7 @@ class Kernels:
     others: by op, kernels that no variant launches.
     opaque: by op, the kernels beside the one opaque launch of the Hopper path; None without such a path.
     points: what is built ahead of time, but for kernels that are not in `built`, where there is such a set.
+    may_spill: bytes that kernels of a point may spill, by the point's name; without an entry nothing spills.
     products: the path of the function by which PyTorch makes products; recorded launches leave it out.
     """
 
@@ -85,6 +86,7 @@ class Kernels:
     opaque: dict[str, Writes] | None = None
     points: tuple[Point, ...] = ()
     built: frozenset[str] = frozenset()
+    may_spill: dict[str, int] = field(default_factory=dict)
     products: str = ""
 
     @property
@@ -149,7 +151,7 @@ def _builds(kernels: Kernels, point: Point) -> tuple[Build, ...]:
     with fake_gpu(target):
         return build_all(
             (
-                (launch, Demands())
+                (launch, Demands(kernels.may_spill.get(str(point), 0)))
                 for each in launches.values()
                 for launch in each
                 if not kernels.built or launch.name in kernels.built

@@ -130,7 +130,8 @@ def segment_rule(
 ) -> Config:  # fmt: skip
     """The config of a "segment_attention" kernel, whose pieces of keys take registers beside its tiles.
 
-    Hopper's tiles were the fastest of six on an H200, for one document of 8k and 32k tokens on four ranks.
+    Hopper's tiles for up to 128 columns were the fastest on an H200 of those that hardly spill, for one document of 8k
+    and 32k tokens on four ranks.
     """
     hopper = gpu.backend == "cuda" and int(gpu.arch) == 90
     core = kernel.removeprefix("segment_")
@@ -143,12 +144,12 @@ def segment_rule(
         if core == "attention_bwd_dkdv":
             if split_head_dim(head_dim, itemsize)[1] > 0:
                 # A tail of columns leaves few registers. Eight warps for 64 keys took twice the time.
-                return Config(16, 64, 4, 1 if head_dim > 88 else 3)
+                return Config(16, 64, 4, 3)
             # With row strides at run time, the tile for 128 columns spills 8 bytes.
             return Config(32, 64, 4, 3) if width <= 64 else Config(32, 128, 8, 3)
-        return Config(128, 64, 8, 3) if core == "attention_bwd_dq" and head_dim > 64 else Config(64, 64, 4, 3)
+        return Config(128, 64, 8, 3) if core == "attention_bwd_dq" and width == 128 else Config(64, 64, 4, 3)
     if precision == "bf16x6" and core == "attention_bwd_dkdv" and width == 128:
-        # It spills 48 bytes, and 120 or more with larger tiles.
+        # It spills 56 bytes, and 304 with 64 keys.
         return Config(16, 32, 8, 1)
     return attention_rule(core, gpu, itemsize, head_dim, masked, True, precision)
 

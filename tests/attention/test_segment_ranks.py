@@ -163,7 +163,7 @@ SETTINGS: dict[str, Setting] = {
     "full_narrow": ((150, 0, 37), 2, 2, 24, {"causal": False, "window_left": 3, "window_right": 2}),
     "full_alibi": ((101, 37), 6, 2, 24, {"causal": False, "alibi": 1}),
     "full_dropout": ((101, 37, 3), 7, 1, 16, {"causal": False, "dropout_p": 0.3}),
-    "full_everything": ((61, 23, 5), 3, 1, 24, {**EVERY, "causal": False, "window_right": 17}),
+    "full_everything": ((61, 23, 5), 12, 4, 24, {**EVERY, "causal": False, "window_right": 17}),
 }
 INTERPRETED = ("shorter_than_2w", "window", "everything", "full_window")
 

@@ -196,8 +196,8 @@ def _segment_attention_bwd_dkdv_kernel(
     v = load_rows(v_base, starts, local, remaining, STEP_V, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_N, D]
     dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
     dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
-    # In fp32 each query head has its own accumulators: a shorter chain of additions rounds less.
-    SUM_PER_HEAD: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
+    # In fp32 each segment and head has its own accumulators: a shorter chain of additions rounds less.
+    SUM_PER_PASS: tl.constexpr = k[0].dtype == tl.float32
     for index in tl.range(0, count, disable_licm=True):
         sequence = piece // num_pieces
         bounds_offset = piece.to(tl.int64) + sequence
@@ -234,7 +234,7 @@ def _segment_attention_bwd_dkdv_kernel(
             statistics = tl.cast(head, tl.int64) * total_q + q_start
             lse_base = lse_ptr + statistics
             delta_base = delta_ptr + statistics
-            if SUM_PER_HEAD:
+            if SUM_PER_PASS:
                 dk_before, dv_before = dk, dv
                 dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
                 dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
@@ -256,7 +256,7 @@ def _segment_attention_bwd_dkdv_kernel(
                 STEP_Q, STEP_DO, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
                 GROUP, BLOCK_M, True, (seen_from, seen_to),
             )  # fmt: skip
-            if SUM_PER_HEAD:
+            if SUM_PER_PASS:
                 dk = add_rows(dk_before, dk)
                 dv = add_rows(dv_before, dv)
         if index + 2 < count:

@@ -259,7 +259,7 @@ SEGMENT_ATTENTION = (
     _case("no_keys", "no rows of k", KeyPieces(((0, 0), (0, 30)), ((0,), (0,)), 0), ((9, 0, 5), (20, 1, 30)), 1, 16),
     _case("gqa3", "three heads on a key head", _APART, _GROUPS[1:3], 6, 40, num_k_heads=2),
     _case("gqa7", "seven heads on a key head", _APART, _GROUPS, 7, 16, num_k_heads=1),
-    _zigzag("short_chunks", "chunks shorter than a tile, some of them empty", 1, 8, (40, 3, 17), 1, 64),
+    _zigzag("short_chunks", "chunks shorter than a tile, some of them empty", 1, 8, (40, 3, 17), 8, 64),
     _case(
         "tiny_pieces", "pieces of 1 to 5 keys", scattered_keys((1, 2, 5, 3, 4), 1, 45, 23),
         ((30, 0, 45), (23, 1, 23), (7, 0, 20)), 1, 40, "smoke", "edge",
