@@ -130,8 +130,8 @@ def segment_rule(
 ) -> Config:  # fmt: skip
     """The config of a "segment_attention" kernel, whose pieces of keys take registers beside its tiles.
 
-    Hopper's tiles for up to 128 columns were the fastest on an H200 of those that hardly spill, for one document of 8k
-    and 32k tokens on four ranks.
+    Hopper's tiles for up to 128 columns were the fastest on an H200 among those that hardly spill. The calls were ranks
+    of four, one document of 8k or 32k tokens.
     """
     hopper = gpu.backend == "cuda" and int(gpu.arch) == 90
     core = kernel.removeprefix("segment_")
