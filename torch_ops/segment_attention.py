@@ -60,7 +60,7 @@ class SegmentAttention(NamedTuple):
 class SegmentAttentionBackward(NamedTuple):
     """The arguments of `vk::segment_attention_backward`.
 
-    With float32_kv dk and dv are fp32, as a sum over ranks wants them.
+    With float32_kv dk and dv are fp32, as a sum over ranks wants them; fp64 stays fp64.
     """
 
     dout: Tensor
@@ -182,7 +182,7 @@ def segment_attention(
             sequence.
         key_limit: int32 [n], how many keys of its sequence a segment sees; clamped to key_bounds[s, P], the sequence's
             length.
-        key_bounds: int32 [S, P + 1], rising from 0. A piece whose bounds fall is empty.
+        key_bounds: int32 [S, P + 1], rising from 0, up to 2^29 keys. A piece whose bounds fall is empty.
         key_rows: int32 [S, P], the first row of each piece. Keys whose rows lie outside of k do not exist. Pieces may
             share rows.
         scale: positive number that multiplies q k^T; it gets no gradient. Default: 1 / sqrt(D).
@@ -199,7 +199,8 @@ def segment_attention(
         dropout_p: probability that a weight counts as 0, from 0 to below 1; the other weights grow by 1 / (1 -
             dropout_p). lse is the sum over all weights. Default: 0.
         dropout_seed: int64 [1] on q's device. The mask is Philox of the seed, the sequence, the head, and the positions
-            of query and key. A rank's mask is therefore that of a single device. Default: from PyTorch's generator.
+            of query and key. A rank therefore drops the weights that a single device drops. Default: from PyTorch's
+            generator.
         query_start: int32 [n], the key position of each segment's first row, at most 2^29 from 0. Without causal order
             a segment may see keys behind its last row; windows, ALiBi and dropout then need it. Default: kv_len - n.
 

@@ -3,7 +3,7 @@
 - `zigzag`: context parallel. Each rank has an early and a late chunk of every sequence, so that all ranks have about as
   much causal work. k and v are the rank-major buffer that an all-gather leaves.
 - `zigzag_indices`: which tokens of the batch a rank has.
-- `whole_sequences`: the same segments without causal order.
+- `whole_sequences`: segments that see whole sequences, for attention without causal order.
 - `dual_group`: two groups of queries for each sequence, over packed k and v.
 
     tokens = batch[zigzag_indices(lengths, rank, world_size)]
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch_ops._core.checks import check_cu_seqlens, check_dense, check_device, check_int, dtype_name, refuse
 from torch_ops._core.device import host_tensor
 from torch_ops._core.registry import Mode, current_mode, sent
+from torch_ops._core.torch_private import assumed_constant
 
 MOST_ROWS = 2**31 - 1
 
@@ -74,7 +75,7 @@ def zigzag(
     op = "zigzag"
     rank, world_size = _check_ranks(op, rank, world_size)
     sizes = _check_lengths(op, lengths)
-    device = torch.device(device) if device is not None else _device_of(lengths)
+    device = _device_of(lengths, device)
     bounds = _chunk_bounds(sizes, world_size)
     rows = _rows_of_ranks(bounds)
     if rows_per_rank is not None:
@@ -90,15 +91,17 @@ def zigzag(
     return Segments._make([sent(tensor.to(torch.int32).contiguous(), device) for tensor in tensors])
 
 
-def zigzag_indices(lengths: Sequence[int] | Tensor, rank: int, world_size: int) -> Tensor:
+def zigzag_indices(
+    lengths: Sequence[int] | Tensor, rank: int, world_size: int, device: torch.device | str | None = None
+) -> Tensor:
     """Return which tokens of a packed batch a rank has under `zigzag`, int64, in the order of its local rows.
 
     The batch is [sum(lengths), ...], one sequence after the other. All ranks together have each token once. The inverse
     of the concatenated indices puts gathered rows back into the order of the batch.
 
     Args:
-        lengths, rank, world_size: as in `zigzag`. The result is on the device that `zigzag` would choose. Lengths on a
-            GPU cost a synchronisation, because the host needs the number of rows.
+        lengths, rank, world_size, device: as in `zigzag`. Lengths on a GPU cost a synchronisation, because the host
+            needs the number of rows.
 
     Raises:
         ValueError: for a bad argument. The message names it, what was expected and what came.
@@ -111,7 +114,7 @@ def zigzag_indices(lengths: Sequence[int] | Tensor, rank: int, world_size: int) 
     local = _rows_of_ranks(bounds)[rank].flatten()
     # Tokens of a chunk lie this far behind their local rows.
     ahead = (firsts.flatten() - (local.cumsum(0) - local)).repeat_interleave(local)
-    return (ahead + torch.arange(ahead.shape[0], device=ahead.device)).to(_device_of(lengths))
+    return (ahead + torch.arange(ahead.shape[0], device=ahead.device)).to(_device_of(lengths, device))
 
 
 def dual_group(
@@ -132,7 +135,8 @@ def dual_group(
         limit_q0, limit_q1: number of keys that a group sees, one integer or int32 [S]; clamped to each sequence's
             length.
         rows_q0: number of rows of q0. Rows between the last boundary in q0 and the first in q1 become one more
-            segment, which sees nothing. Default: q0 ends at its last boundary, and cu_seqlens_q1 begins with 0.
+            segment, which sees nothing but a sink. Default: q0 ends at its last boundary, and cu_seqlens_q1 begins
+            with 0.
 
     Returns:
         Segments with n = 2 S, or 2 S + 1 with rows_q0, and P = 1. Nothing is copied to the host.
@@ -155,8 +159,8 @@ def dual_group(
     limits = [_clamped(limit, lengths) for _, limit in given]
     if rows_q0 is not None:
         rows_q0 = check_int(op, "rows_q0", rows_q0)
-        if rows_q0 < 0:
-            refuse(op, "rows_q0", "at least 0", rows_q0)
+        if not 0 <= rows_q0 <= MOST_ROWS:
+            refuse(op, "rows_q0", f"from 0 to {MOST_ROWS}", rows_q0)
         return of_groups([cu_seqlens_q0, cu_seqlens_q1], limits, [rows_q0], bounds, first_rows)
     first, second = rising(cu_seqlens_q0), rising(cu_seqlens_q1)
     numbers = torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device)
@@ -164,7 +168,7 @@ def dual_group(
     return Segments(boundaries, torch.cat([numbers, numbers]), torch.cat(limits), bounds, first_rows)
 
 
-def whole_sequences(segments: Segments) -> tuple[Segments, Tensor]:
+def whole_sequences(segments: Segments, rows: int | None = None) -> tuple[Segments, Tensor]:
     """Return (segments, query_start) for attention without causal order: each segment sees its whole sequence.
 
     Rows keep their key positions, which windows, ALiBi and dropout count by:
@@ -174,13 +178,20 @@ def whole_sequences(segments: Segments) -> tuple[Segments, Tensor]:
 
     Args:
         segments: those of `zigzag` or `dual_group`. A segment that sees nothing still sees nothing.
+        rows: number of rows of q. The op clamps boundaries to it, so positions follow from clamped boundaries. Default:
+            no boundary lies past q.
 
     Returns:
         The segments with other key limits, and the key position of each segment's first row, int32 [n]. Nothing is
         copied to the host.
     """
-    lengths = segments.key_bounds[:, -1][segments.key_sequence.long()]
-    start = torch.minimum(segments.key_limit, lengths) - rising(segments.cu_seqlens_q).diff()
+    # A segment whose sequence does not exist reads the 0 behind all lengths.
+    lengths = torch.cat([segments.key_bounds[:, -1], segments.key_bounds.new_zeros(1)])
+    sequences = segments.key_sequence.long()
+    missing = (sequences < 0) | (sequences >= segments.key_bounds.shape[0])
+    lengths = lengths[sequences.masked_fill(missing, segments.key_bounds.shape[0])]
+    boundaries = rising(segments.cu_seqlens_q).clamp(max=MOST_ROWS if rows is None else rows)
+    start = torch.minimum(segments.key_limit, lengths) - boundaries.diff()
     return segments._replace(key_limit=torch.where(segments.key_limit > 0, lengths, 0)), start
 
 
@@ -281,8 +292,16 @@ def _check_lengths(op: str, lengths: Sequence[int] | Tensor) -> Tensor:
     return host_tensor(values, torch.int64)
 
 
-def _device_of(lengths: Sequence[int] | Tensor) -> torch.device:
-    return lengths.device if isinstance(lengths, Tensor) else torch.get_default_device()
+def _device_of(lengths: Sequence[int] | Tensor, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return lengths.device if isinstance(lengths, Tensor) else _default_device()
+
+
+# Dynamo does not trace the question.
+@assumed_constant
+def _default_device() -> torch.device:
+    return torch.get_default_device()
 
 
 def _chunk_bounds(sizes: Tensor, world_size: int) -> Tensor:

@@ -12,13 +12,15 @@ the next launches read it. A field of the list is an array of one number for eac
 import triton
 import triton.language as tl
 
-# Fields of a tile of queries: its first row in q, how many rows it has (0 in a surplus tile), the key position of its
-# first row, how many keys its segment sees, their sequence (-1 outside of all segments), and the pieces first .. end-1
-# that hold such keys.
+# Fields of a tile of queries:
+# - ROW, COUNT: its first row in q, and how many rows it has, 0 in a surplus tile.
+# - POSITION: the key position of its first row.
+# - KEYS, SEQUENCE: how many keys its segment sees, and their sequence, -1 outside of all segments.
+# - FIRST_PIECE, END_PIECE: the pieces first .. end-1 hold these keys.
 ROW, COUNT, POSITION, KEYS, SEQUENCE, FIRST_PIECE, END_PIECE = (tl.constexpr(field) for field in range(7))
 QUERY_FIELDS = tl.constexpr(7)
-# Fields of a segment in the order of sequences: its first row in q, its rows, how many keys it sees, and the key
-# position of its first row.
+# Fields of a segment, in the order of sequences: its first row in q, its number of rows, how many keys it sees, and the
+# key position of its first row.
 SEGMENT_ROW, SEGMENT_ROWS, SEGMENT_KEYS, SEGMENT_START = (tl.constexpr(field) for field in range(4))
 SEGMENT_FIELDS = tl.constexpr(4)
 # Fields of a tile of rows of k: the first and the last piece that has rows in it, and how many have. Pieces of all

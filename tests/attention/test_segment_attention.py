@@ -742,6 +742,8 @@ CHECKED: list[tuple[str, Any, str]] = [
     ("key_bounds", [[0, 30, 60], [3, 9, 41]], r"key_bounds\[1, 0\] is 3, expected 0"),
     ("key_bounds", [[-2, 30, 60], [0, 9, 41]], r"key_bounds\[0, 0\] is -2, expected 0"),
     ("key_bounds", [[0, 30, 60], [0, 9, 5]], r"key_bounds\[1, 2\] is 5, expected at least key_bounds\[1, 1\] = 9"),
+    ("key_bounds", [[0, 30, 60], [0, 9, 2**29 + 1]], r"key_bounds\[1, 2\] is 536870913, expected at most 536870912"),
+    ("key_bounds", [[0, 30, 60], [0, 9, 109]], r"key_bounds\[1, 2\] is 109, expected at most 108, since k has 99 rows"),
     ("key_rows", [[0, 70], [30, 60]], r"key_rows\[0, 1\] is 70, expected from 0 to 69, .* 30 of the 99 rows of k"),
     ("key_rows", [[0, 62], [-1, 30]], r"key_rows\[1, 0\] is -1, expected from 0 to 90"),
 ]
@@ -761,6 +763,33 @@ def test_checked_mode_names_the_entry(name: str, values: Any, message: str, devi
         with pytest.raises(ValueError, match=f"^segment_attention_backward: {message}"):
             _backward(dataclasses.replace(inputs, **wrong), out, lse)
     inputs.call(segment_attention, **wrong)
+
+
+@pytest.mark.parametrize("end", [2**29, 2**30, 2**31 - 65, 2**31 - 1])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": False, "window_left": 9, "window_right": 2**31 - 1}, {"causal": False, "window_left": 9}],
+    ids=("causal", "bounded", "left"),
+)
+def test_a_sequence_has_at_most_so_many_keys(end: int, options: dict[str, Any], device: str) -> None:
+    """Kernels count positions in 32 bits, so keys behind 2^29 do not exist; the last 60 lie in k."""
+
+    def index(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    q, k, v = (torch.randn(rows, 1, 16, device=device) for rows in (20, 60, 60))
+    places = index([0, 20]), index([0]), index([end]), index([[0, end]]), index([[60 - end]])
+    out, lse = OP(q, k, v, *places, **options)
+    grads = torch.ops.vk.segment_attention_backward(out, None, q, k, v, out, lse, *places, **options)
+    if end == 2**29:
+        wanted = window_attn(
+            q, k, v, index([0, 20]), index([0, 60]), causal=not options, window_left=options.get("window_left", -1)
+        )
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+    else:
+        assert not out.any() and (lse == -torch.inf).all()
+        assert not any(tensor.any() for tensor in grads)
+    assert all(tensor.isfinite().all() for tensor in grads)
 
 
 @pytest.mark.no_interpret

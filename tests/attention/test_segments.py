@@ -275,6 +275,38 @@ def test_whole_sequences_start_where_causal_segments_did(device: str) -> None:
     assert whole.key_limit.tolist() == [20, 5, 0, 0, 5] and starts.tolist() == [8, -4, -3, -4, 5]
 
 
+def test_whole_sequences_count_rows_that_exist(device: str) -> None:
+    """The last boundary lies past q, and one segment has no sequence. Both see what the op gives them."""
+    boundaries = (torch.tensor(own, dtype=torch.int32, device=device) for own in ([0, 3], [0, 99], [0, 47]))
+    segments = dual_group(*boundaries, 5, 47, rows_q0=3)
+    q, k, v = (torch.randn(rows, 2, 16, device=device) for rows in (23, 47, 47))
+    for each in (segments, segments._replace(key_sequence=segments.key_sequence - 1)):
+        whole, starts = whole_sequences(each, 23)
+        options = {"window_left": 9, "return_lse": True}
+        causal = segment_attention(q, k, v, *each, **options)
+        again = segment_attention(q, k, v, *whole._replace(key_limit=each.key_limit), **options, query_start=starts)
+        for one, other in zip(causal, again, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_sequences_that_do_not_exist_have_no_length(device: str) -> None:
+    segments = zigzag([16, 7], 1, 2, device=device)
+    missing = torch.tensor([2, -1, 2**31 - 1, 0], dtype=torch.int32, device=device)
+    whole, starts = whole_sequences(segments._replace(key_sequence=missing))
+    assert whole.key_limit.tolist() == [0, 0, 0, 16] and starts.tolist() == [-4, -4, -2, 3]
+    none = segments._replace(key_bounds=segments.key_bounds[:0], key_rows=segments.key_rows[:0])
+    assert whole_sequences(none)[0].key_limit.tolist() == [0] * 4
+
+
+@pytest.mark.no_interpret
+def test_graphs_make_index_tensors_of_python_lengths() -> None:
+    def function(q: Tensor) -> Tensor:
+        return segment_attention(q, q, q, *zigzag([40], 0, 1))
+
+    q = torch.randn(40, 2, 16)
+    assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(q), function(q))
+
+
 def test_starts_of_boundaries_that_fall(device: str) -> None:
     """A segment with a falling boundary is empty. The others keep their places."""
     given = (
@@ -379,7 +411,9 @@ def _refusals() -> dict[str, tuple[Any, str]]:
                         "dual_group: limit_q1 has shape [1], expected shape [2], a limit for each sequence"),
         "limit_device": (lambda: dual_group(**{**group, "limit_q1": limit.to("meta")}),
                          "dual_group: limit_q1 is on meta, expected on cpu as cu_seqlens_q0 is"),
-        "rows_q0": (lambda: dual_group(**group, rows_q0=-1), "dual_group: rows_q0 is -1, expected at least 0"),
+        "rows_q0": (lambda: dual_group(**group, rows_q0=-1), "dual_group: rows_q0 is -1, expected from 0 to 2147483647"),
+        "rows_q0_large": (lambda: dual_group(**group, rows_q0=2**31),
+                          "dual_group: rows_q0 is 2147483648, expected from 0 to 2147483647"),
         "rows_q0_type": (lambda: dual_group(**group, rows_q0=7.0), "dual_group: rows_q0 is 7.0, expected an integer"),
     }  # fmt: skip
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from csrc_free_ops.attention.portable.segment_tiles import MOST_KEYS
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Backward, Forward, SegmentBackward, SegmentForward
 from torch_ops._core.device import host_tensor
@@ -64,7 +65,7 @@ def _shared_segments(t: SegmentForward | SegmentBackward) -> Iterator[_Segment]:
         length, pieces = 0, [torch.empty(0, dtype=torch.int64, device=device)]
         places = list(pieces)
         if 0 <= sequence < len(bounds):
-            length = min(max(limit, 0), max(bounds[sequence][-1], 0))
+            length = min(max(limit, 0), max(bounds[sequence][-1], 0), MOST_KEYS.value)
             for (begin, end), row in zip(pairwise(bounds[sequence]), rows[sequence], strict=True):
                 # Keys outside of the tensor do not exist.
                 low, high = max(begin, 0, begin - row), min(end, length, begin - row + total_k)
@@ -164,7 +165,7 @@ def _kept(t: AnyForward | AnyBackward, segment: _Segment, first: int, weights: T
 
 @torch.autocast("cpu", enabled=False)
 def _forward(options: AttentionOptions, t: AnyForward, segments: Iterable[_Segment]) -> None:
-    """Fill out and lse; without lse, of no rows, what it would be is let go."""
+    """Fill out and lse. If lse has no rows, it is not kept."""
     q, k, v, out, lse = t.q, t.k, t.v, t.out, t.lse
     heads = k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from csrc_free_ops.attention.portable.segment_tiles import MOST_KEYS
 from torch_ops._attention.checks import check_options, check_packed_rows, check_score_tensors, check_upstream
-from torch_ops._attention.options import UNBOUNDED, AttentionOptions
+from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.checks import (
     check_cu_seqlens,
     check_cu_seqlens_values,
@@ -18,8 +19,7 @@ from torch_ops._core.checks import (
 from torch_ops._core.launch import contiguous_like
 from torch_ops._core.torch_private import FakeTensor
 
-# Kernels add windows to positions in 32 bits.
-MOST_POSITIONS = UNBOUNDED // 2
+MOST_POSITIONS = MOST_KEYS.value
 
 
 def check_segments(op: str, call: Any) -> None:
@@ -67,10 +67,15 @@ def check_segment_values(op: str, call: Any) -> None:
     for s, (own, first_rows) in enumerate(zip(bounds, rows, strict=True)):
         if own[0] != 0:
             refuse(op, f"key_bounds[{s}, 0]", "0", own[0])
+        if own[-1] > MOST_POSITIONS:
+            refuse(op, f"key_bounds[{s}, {len(own) - 1}]", f"at most {MOST_POSITIONS}", own[-1])
         for p, row in enumerate(first_rows):
             length = own[p + 1] - own[p]
             if length < 0:
                 wanted = f"at least key_bounds[{s}, {p}] = {own[p]}"
+                refuse(op, f"key_bounds[{s}, {p + 1}]", wanted, own[p + 1])
+            if length > total:
+                wanted = f"at most {own[p] + total}, since k has {total} rows"
                 refuse(op, f"key_bounds[{s}, {p + 1}]", wanted, own[p + 1])
             if length > 0 and not 0 <= row <= total - length:
                 wanted = f"from 0 to {total - length}, since the piece has {length} of the {total} rows of k"
@@ -95,7 +100,7 @@ def segment_gradients(call: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def segment_flops(call: Any) -> int:
-    """4 D per head and seen pair. Where index tensors are fake, every query counts every key, the upper bound."""
+    """4 D per head and seen pair. Where index tensors are fake, every query counts every row of k."""
     q, cu_q = call.q, call.cu_seqlens_q
     options = AttentionOptions.of(call)
     per_pair = 4 * q.shape[1] * q.shape[-1]

@@ -54,11 +54,11 @@ def fused_zigzag_llama3_flash_attn_varlen_forward(
 
     Args:
         q0, q1: [T0, H, D] and [T1, H, D], fp16, bf16 or fp32; D is a multiple of 8 up to 256.
-        k, v: [Tk, Hk, D], dtype and device of q0, H a multiple of Hk. They are not copied.
+        k, v: [Tk, Hk, D], dtype and device of q0, H a multiple of Hk. They are read in place.
         cu_seqlens_q0, cu_seqlens_q1, cu_seqlens_k: int32 [S + 1] on q0's device, boundaries of the S sequences.
-        max_seqlen_q0, max_seqlen_q1: positive; the width of lse0 and lse1 is the next power of two. Rows past that
-            width are computed, but their lse is not stored.
-        max_seqlen_k: positive; has no effect.
+        max_seqlen_q0, max_seqlen_q1: the width of lse0 and lse1 is the next power of two. Rows past that width are
+            computed, but their lse is not stored.
+        max_seqlen_k: has no effect.
         max_kv_len_q0, max_kv_len_q1: number of keys that a group sees, one integer or int32 [S]. Chunks of sequences
             with different lengths end at different keys and need int32 [S].
         softmax_scale: number that multiplies q k^T. Default: 1 / sqrt(D).
@@ -84,8 +84,8 @@ def fused_zigzag_llama3_flash_attn_varlen_forward(
     )
     longest = integers(op, max_seqlen_q0=max_seqlen_q0, max_seqlen_q1=max_seqlen_q1, max_seqlen_k=max_seqlen_k)
     for name, length in zip(("max_seqlen_q0", "max_seqlen_q1", "max_seqlen_k"), longest, strict=True):
-        if length < 1:
-            refuse(op, name, "a positive integer", length)
+        if length < 0:
+            refuse(op, name, "at least 0", length)
     sequences = cu_seqlens_k.shape[0] - 1
     for name, limit in (("max_kv_len_q0", max_kv_len_q0), ("max_kv_len_q1", max_kv_len_q1)):
         check_limit(op, name, limit, sequences, cu_seqlens_q0)
@@ -93,7 +93,9 @@ def fused_zigzag_llama3_flash_attn_varlen_forward(
     causal = check_bool(op, "causal", causal)
 
     rows = [q0.shape[0], q1.shape[0]]
-    segments = dual_group(cu_seqlens_q0, cu_seqlens_q1, cu_seqlens_k, max_kv_len_q0, max_kv_len_q1, rows[0])
+    # Keys past the tensor do not count for the alignment.
+    keys = cu_seqlens_k.clamp(max=k.shape[0])
+    segments = dual_group(cu_seqlens_q0, cu_seqlens_q1, keys, max_kv_len_q0, max_kv_len_q1, rows[0])
     out, lse = segment_attention(torch.cat([q0, q1]), k, v, *segments, softmax_scale, causal, return_lse=True)
     out0, out1 = out.split(rows)
     lse0, lse1 = (
@@ -164,18 +166,19 @@ def replace_execute_grouped_attention_with_fused_varlen(
         chunk_cu_seqlens_q_list: int32 [S + 1] for each group, boundaries of the S sequences in it.
         chunk_indices_list: int64 [T_g] for each group, where its rows lie among all T local rows.
         kv_buffer: [2, rows, Hk, head_dim], gathered keys and values in rank-major zigzag order; nheads is a multiple of
-            Hk. It is not copied. It may hold some of the model's heads, as with heads_k_stride.
+            Hk. It is read in place. It may hold some of the model's heads, as with heads_k_stride.
         kv_slices: (ranges, boundaries) for each group. ranges has (start, end), integers, for each sequence with keys:
             the keys that the group sees, counted over all sequences in order. boundaries is int32 [S + 1], those of
             the ranges.
         nheads, head_dim: number of query heads in this call, and their dimension.
         softmax_scale: number that multiplies q k^T. None is 1 / sqrt(head_dim).
         dropout_p: probability that a weight counts as 0. PyTorch's generator draws the seed.
-        causal: whether a query sees only keys up to its own position. With False every group sees whole sequences.
+        causal: whether a query sees only keys up to its own position. With False a group sees whole sequences, unless
+            its range of a sequence is empty.
         window_size: number of keys that a query sees before and after its position; -1 is all. causal makes the second
             0.
         alibi_slopes: fp32 [nheads] or [S, nheads], or None. They get no gradient.
-        deterministic: False lets the backward add in any order if that is faster.
+        deterministic: accepted for later kernels; results always have the same bits.
         world_size: number of ranks W.
         cu_seqlens_k: int32 [S + 1], boundaries of a rank's own rows, or of the rows of all ranks, as in the backward of
             ring-flash-attention. The total decides, on the device.
@@ -210,7 +213,7 @@ def replace_execute_grouped_attention_with_fused_varlen(
     causal, dropout_p = check_bool(op, "causal", causal), check_number(op, "dropout_p", dropout_p)
     bounds = bounds_of(op, window_size)
 
-    # If the total is that of the buffer, cu_seqlens_k counts the rows of all ranks, else those of one.
+    # cu_seqlens_k counts the rows of all ranks if its total equals the buffer's rows. Otherwise it counts one rank's.
     factor = 1 + (world_size - 1) * (cu_seqlens_k[-1:] != rows)
     lengths = rising(cu_seqlens_k).diff().to(torch.int64) * factor
     key_bounds, key_rows = zigzag_pieces(lengths, world_size)
@@ -229,7 +232,7 @@ def replace_execute_grouped_attention_with_fused_varlen(
     )
     query_start = None
     if not causal:
-        segments, query_start = whole_sequences(segments)
+        segments, query_start = whole_sequences(segments, sum(group.q.shape[0] for group in groups))
     out, lse = attend(
         torch.cat([group.q for group in groups]), k, v, *segments, softmax_scale, causal, *bounds,
         query_start=query_start,

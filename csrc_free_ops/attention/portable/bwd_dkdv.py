@@ -43,7 +43,7 @@ def accumulate_dkdv(
 ):  # fmt: skip
     """(dk, dv) after the blocks of query rows from `low` up to `high`; MASKED for blocks that need the mask.
 
-    Where `seen_keys` is given, (from, to), masked blocks see these keys alone. Dropout then counts rows by their key
+    `seen_keys` is (from, to): masked blocks see only these keys. Dropout then counts rows by their key
     position, and `first` may be any number.
     """
     NATURAL: tl.constexpr = k[0].dtype == tl.float32

@@ -1,8 +1,9 @@
 """Attention backward over shared keys in portable Triton: two kernels without atomics, with the maths of `bwd.py`.
 
 The dq kernel owns query rows and passes over the pieces of their sequence, as the forward does; it stores delta. The
-dkdv kernel owns BLOCK_N rows of k, whatever pieces hold them. It passes over these pieces, over all segments that name
-a piece's sequence, and over the heads of a group, each in their order. It stores once, also rows that no segment sees.
+dkdv kernel owns BLOCK_N rows of k, whatever pieces hold them. It loops over these pieces, then over the segments of
+each sequence, then over the heads of a group. Each loop has a fixed order. It stores once, also rows that no segment
+sees.
 """
 
 import triton

@@ -32,6 +32,7 @@ from csrc_free_ops.tiles.pieces import (
 from csrc_free_ops.tiles.segments import LOOK, clamp_rows
 
 NO_PIECE = tl.constexpr(2**31 - 1)
+MOST_KEYS = tl.constexpr(2**29)
 SIZES = (
     "total_q", "total_k", "num_segments", "num_sequences", "num_pieces", "num_tiles", "num_key_tiles", "window_left",
 )  # fmt: skip
@@ -55,8 +56,8 @@ def _ends(boundaries, starts, is_last, total_q):
 
 @triton.jit
 def _seen(limit, length):
-    """How many keys of a sequence a segment sees."""
-    return tl.maximum(tl.minimum(limit, length), 0)
+    """How many keys of a sequence a segment sees; loops and windows count up to MOST_KEYS in 32 bits."""
+    return tl.maximum(tl.minimum(tl.minimum(limit, length), MOST_KEYS), 0)
 
 
 @triton.jit
