@@ -256,12 +256,10 @@ SEGMENT_ATTENTION = Kernels(
     {
         "plain": {"causal": False},
         "causal_gqa": {"num_k_heads": 1, "float32_kv": True},
-        "window_and_softcap": {"window_left": 9, "window_right": 3, "softcap": 5.0, "causal": False},
-        "dlse": {"dlse": True},
-        "head_major": {"head_major": True},
+        "window_and_softcap": {"window_left": 9, "window_right": 3, "softcap": 5.0, "causal": False, "starts": True},
+        "head_major": {"head_major": True, "dlse": True},
         "fp32_d128": {"dtype": torch.float32, "head_dim": 128},
         "steps": {"alibi": 2, "sinks": True, "dropout_p": 0.1, "softcap": 3.0},
-        "starts": {"causal": False, "window_left": 9, "starts": True},
     },
     _segment_writes,
     symbolic=(("plain", {"rows": 100, "keys": 70, "segments": 5, "sequences": 3, "pieces": 6}),),
@@ -281,7 +279,6 @@ SEGMENT_ATTENTION = Kernels(
         *(Point.of("sm_90", "causal_gqa", head_dim=head_dim) for head_dim in (16, 80, 96, 160, 192, 256)),
         *(Point.of(target, "steps", head_dim=head_dim) for target in ("sm_80", "sm_90") for head_dim in (64, 128)),
         *(Point.of("sm_90", "plain", dtype=torch.float32, head_dim=head_dim) for head_dim in (64, 72, 128)),
-        *(Point.of(target, "starts", head_dim=64) for target in ("sm_80", "sm_90", "gfx942")),
         Point.of("sm_90", "head_major", head_dim=128), Point.of("gfx942", "plain", dtype=torch.float32),
     ),
     # Tiles that spill nothing take longer at 96 columns, and fp32 has a second pair of accumulators.

@@ -39,7 +39,7 @@ OP, BACKWARD_OP = torch.ops.vk.segment_attention, torch.ops.vk.segment_attention
 # On the CPU a few head dims stand for all; in the interpreter, which is slow, a few strides and scores too.
 NOT_INTERPRETED = (
     r"|odd_strides|column_strided|qkv_view|head_major|softcap_full|peaked|scale|zigzag2_1|gqa7|window_beyond|sinks"
-    r"|wild_one_boundary|wild_falling_boundaries|starts|starts_zigzag|starts_steps"
+    r"|wild_one_boundary|wild_falling_boundaries|starts|starts_zigzag|starts_steps|short_chunks"
 )
 LEFT_OUT = r"d\d+" + NOT_INTERPRETED * INTERPRET
 WIDTHS = (80, 256) if INTERPRET else (16, 80, 96, 160, 176, 240, 256)
