@@ -220,10 +220,13 @@ def segment_attention(
     dropout_p = check_number("segment_attention", "dropout_p", dropout_p)
     # The backward takes lse; without one, lse need not lie in memory.
     keeps_lse = check_bool("segment_attention", "return_lse", return_lse) or is_differentiated(q, k, v, sinks)
+    seed = seed_of(q, dropout_p, dropout_seed)
+    # PyTorch's dispatcher takes longer with more arguments, so defaults are not passed on.
+    plain = alibi_slopes is None and sinks is None and dropout_p == 0 and dropout_seed is None and query_start is None
+    scored = () if plain else (alibi_slopes, sinks, dropout_p, seed, query_start)
     out, lse = segment_attention_op(
         q, k, v, cu_seqlens_q, key_sequence, key_limit, key_bounds, key_rows, scale, causal, window_left, window_right,
-        softcap, deterministic, keeps_lse, alibi_slopes, sinks, dropout_p, seed_of(q, dropout_p, dropout_seed),
-        query_start,
+        softcap, deterministic, keeps_lse, *scored,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

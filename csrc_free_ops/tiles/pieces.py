@@ -27,6 +27,15 @@ SEGMENT_FIELDS = tl.constexpr(4)
 # sequences are numbered together.
 KEY_FIRST, KEY_LAST, KEY_COUNT = (tl.constexpr(field) for field in range(3))
 KEY_FIELDS = tl.constexpr(3)
+NO_PIECE = tl.constexpr(2**31 - 1)
+# Loops and windows count the keys of a sequence in 32 bits.
+MOST_KEYS = tl.constexpr(2**29)
+
+
+@triton.jit
+def has_rows(begin, behind, row, first_row, end_row):
+    """Which pieces, of the keys begin .. behind-1 from row `row` on, have rows in first_row .. end_row-1."""
+    return (begin < behind) & (row < end_row) & (row.to(tl.int64) + behind - begin > first_row)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from csrc_free_ops.attention.portable.segment_tiles import MOST_KEYS
+from csrc_free_ops.tiles.pieces import MOST_KEYS
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Backward, Forward, SegmentBackward, SegmentForward
 from torch_ops._core.device import host_tensor

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.attention.portable.segment_tiles import MOST_KEYS
+from csrc_free_ops.tiles.pieces import MOST_KEYS
 from torch_ops._attention.checks import check_options, check_packed_rows, check_score_tensors, check_upstream
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.checks import (

@@ -22,6 +22,7 @@ from csrc_free_ops.tiles.pieces import (
     KEY_FIRST,
     KEY_LAST,
     KEYS,
+    NO_PIECE,
     POSITION,
     QUERY_FIELDS,
     ROW,
@@ -31,6 +32,7 @@ from csrc_free_ops.tiles.pieces import (
     SEGMENT_ROWS,
     SEGMENT_START,
     SEQUENCE,
+    has_rows,
     key_span,
     piece_span,
 )
@@ -53,7 +55,6 @@ KEY_SIZES = (
     "total_q", "total_k", "num_tiles", "num_segments", "num_sequences", "num_key_tiles", "num_pieces", "k_heads",
     "window_left", "window_right", *STRIDES,
 )  # fmt: skip
-NO_PIECE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -149,11 +150,10 @@ def _next_piece(bounds_ptr, rows_ptr, piece, last, num_pieces, first_row, end_ro
     while (found == NO_PIECE) & (index <= last):
         at = index + tl.arange(0, LOOK)
         bounds_offset = at.to(tl.int64) + at // num_pieces
-        begin = tl.load(bounds_ptr + bounds_offset, mask=at <= last, other=0).to(tl.int64)
-        behind = tl.load(bounds_ptr + bounds_offset + 1, mask=at <= last, other=0).to(tl.int64)
-        row = tl.load(rows_ptr + at, mask=at <= last, other=0).to(tl.int64)
-        has_rows = (begin < behind) & (row < end_row) & (row + (behind - begin) > first_row)
-        found = tl.min(tl.where(has_rows, at, NO_PIECE), 0)
+        begin = tl.load(bounds_ptr + bounds_offset, mask=at <= last, other=0)
+        behind = tl.load(bounds_ptr + bounds_offset + 1, mask=at <= last, other=0)
+        is_next = has_rows(begin, behind, tl.load(rows_ptr + at, mask=at <= last, other=0), first_row, end_row)
+        found = tl.min(tl.where(is_next, at, NO_PIECE), 0)
         index += LOOK
     return found
 

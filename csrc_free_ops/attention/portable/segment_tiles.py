@@ -19,6 +19,8 @@ from csrc_free_ops.tiles.pieces import (
     KEY_FIRST,
     KEY_LAST,
     KEYS,
+    MOST_KEYS,
+    NO_PIECE,
     POSITION,
     QUERY_FIELDS,
     ROW,
@@ -28,11 +30,10 @@ from csrc_free_ops.tiles.pieces import (
     SEGMENT_ROWS,
     SEGMENT_START,
     SEQUENCE,
+    has_rows,
 )
 from csrc_free_ops.tiles.segments import LOOK, clamp_rows
 
-NO_PIECE = tl.constexpr(2**31 - 1)
-MOST_KEYS = tl.constexpr(2**29)
 SIZES = (
     "total_q", "total_k", "num_segments", "num_sequences", "num_pieces", "num_tiles", "num_key_tiles", "window_left",
 )  # fmt: skip
@@ -56,7 +57,7 @@ def _ends(boundaries, starts, is_last, total_q):
 
 @triton.jit
 def _seen(limit, length):
-    """How many keys of a sequence a segment sees; loops and windows count up to MOST_KEYS in 32 bits."""
+    """How many keys of a sequence a segment sees."""
     return tl.maximum(tl.minimum(tl.minimum(limit, length), MOST_KEYS), 0)
 
 
@@ -180,13 +181,12 @@ def _list_keys(
     for index in range(0, all_pieces, LOOK):
         at = index + tl.arange(0, LOOK)
         offset = at.to(tl.int64) + at // num_pieces
-        begin = tl.load(bounds_ptr + offset, mask=at < all_pieces, other=0).to(tl.int64)
-        behind = tl.load(bounds_ptr + offset + 1, mask=at < all_pieces, other=0).to(tl.int64)
-        row = tl.load(rows_ptr + at, mask=at < all_pieces, other=0).to(tl.int64)
-        has_rows = (begin < behind) & (row < end_row) & (row + (behind - begin) > first_row)
-        first = tl.minimum(first, tl.min(tl.where(has_rows, at, NO_PIECE), 0))
-        last = tl.maximum(last, tl.max(tl.where(has_rows, at, 0), 0))
-        count += tl.sum(has_rows.to(tl.int32), 0)
+        begin = tl.load(bounds_ptr + offset, mask=at < all_pieces, other=0)
+        behind = tl.load(bounds_ptr + offset + 1, mask=at < all_pieces, other=0)
+        found = has_rows(begin, behind, tl.load(rows_ptr + at, mask=at < all_pieces, other=0), first_row, end_row)
+        first = tl.minimum(first, tl.min(tl.where(found, at, NO_PIECE), 0))
+        last = tl.maximum(last, tl.max(tl.where(found, at, 0), 0))
+        count += tl.sum(found.to(tl.int32), 0)
     tl.store(tiles_ptr + KEY_FIRST * num_tiles + tile, first)
     tl.store(tiles_ptr + KEY_LAST * num_tiles + tile, last)
     tl.store(tiles_ptr + KEY_COUNT * num_tiles + tile, count)

@@ -40,7 +40,7 @@ def _segments(
         yield _Segment(number, slice(start, end), slice(k_start, k_end), seen, (key - position).abs())
 
 
-def _per_query_head(tensor: Tensor, rows: slice, num_heads: int) -> Tensor:
+def per_query_head(tensor: Tensor, rows: slice | Tensor, num_heads: int) -> Tensor:
     """[H, rows, D], keys and values repeated for the query heads that share them."""
     block = tensor[rows].transpose(0, 1)
     return block.repeat_interleave(num_heads // block.shape[0], 0)
@@ -93,7 +93,7 @@ def window_attn(
     for segment in _segments(cu_seqlens, cu_seqlens_k, causal, window_left, window_right):
         _, queries, keys, seen, _ = segment
         q_segment, k_segment, v_segment = (
-            _per_query_head(tensor, rows, heads) for tensor, rows in ((q, queries), (k, keys), (v, keys))
+            per_query_head(tensor, rows, heads) for tensor, rows in ((q, queries), (k, keys), (v, keys))
         )
         scores = q_segment @ k_segment.transpose(1, 2) * scale
         if softcap > 0:
@@ -139,8 +139,8 @@ def window_attn_backward(
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for segment in _segments(cu_seqlens, cu_seqlens_k, causal, window_left, window_right):
         _, queries, keys, seen, _ = segment
-        q_segment, dout_segment, out_segment = (_per_query_head(tensor, queries, heads) for tensor in (q, dout, out))
-        k_segment, v_segment = (_per_query_head(tensor, keys, heads) for tensor in (k, v))
+        q_segment, dout_segment, out_segment = (per_query_head(tensor, queries, heads) for tensor in (q, dout, out))
+        k_segment, v_segment = (per_query_head(tensor, keys, heads) for tensor in (k, v))
         scores = (k_segment @ q_segment.transpose(1, 2)).transpose(1, 2) * scale
         slope = torch.ones_like(scores)
         if softcap > 0:

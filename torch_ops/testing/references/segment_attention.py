@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from torch_ops._core.philox import WORD, keep_weights
+from torch_ops.testing.references.packed_attention import per_query_head
+
+# A sequence has no keys behind so many.
+MOST_KEYS = 2**29
 
 
 class _Segment(NamedTuple):
@@ -59,7 +63,7 @@ def _segments(
             continue
         known = 0 <= sequence < len(key_bounds)
         bounds, first_rows = (key_bounds[sequence], key_rows[sequence]) if known else ([0], [])
-        kv_len = max(0, min(limit, bounds[-1]))
+        kv_len = max(0, min(limit, bounds[-1], MOST_KEYS))
         held = _held_keys(bounds, first_rows, kv_len, k.shape[0])
         keys, rows = (torch.tensor(each, dtype=torch.int64, device=q.device) for each in held)
         positions = torch.arange(end - start, device=q.device) + (kv_len - (end - start) if first is None else first)
@@ -70,16 +74,6 @@ def _segments(
         if right >= 0:
             seen &= offset <= right
         yield _Segment(sequence, slice(start, end), positions, keys, rows, seen)
-
-
-def _of_queries(tensor: Tensor, segment: _Segment) -> Tensor:
-    """[H, Lq, D]."""
-    return tensor[segment.queries].transpose(0, 1)
-
-
-def _of_keys(tensor: Tensor, segment: _Segment, num_heads: int) -> Tensor:
-    """[H, Lk, D], repeated for the query heads that share a key head."""
-    return tensor[segment.rows].transpose(0, 1).repeat_interleave(num_heads // tensor.shape[1], 0)
 
 
 def _biased(scores: Tensor, segment: _Segment, alibi_slopes: Tensor | None) -> Tensor:
@@ -136,8 +130,8 @@ def segment_attention(
     for segment in _segments(q, k, places, query_start, window_left, 0 if causal else window_right):
         skip_to(segment.queries.start)
         end = segment.queries.stop
-        k_segment, v_segment = (_of_keys(tensor, segment, heads) for tensor in (k, v))
-        scores = _of_queries(q, segment) @ k_segment.transpose(1, 2) * scale
+        k_segment, v_segment = (per_query_head(tensor, segment.rows, heads) for tensor in (k, v))
+        scores = per_query_head(q, segment.queries, heads) @ k_segment.transpose(1, 2) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         scores = _biased(scores, segment, alibi_slopes).masked_fill(~segment.seen, -torch.inf)
@@ -187,8 +181,8 @@ def segment_attention_backward(
     places = (cu_seqlens_q, key_sequence, key_limit, key_bounds, key_rows)
     for segment in _segments(q, k, places, query_start, window_left, 0 if causal else window_right):
         queries = segment.queries
-        q_segment, dout_segment, out_segment = (_of_queries(tensor, segment) for tensor in (q, dout, out))
-        k_segment, v_segment = (_of_keys(tensor, segment, heads) for tensor in (k, v))
+        q_segment, dout_segment, out_segment = (per_query_head(tensor, queries, heads) for tensor in (q, dout, out))
+        k_segment, v_segment = (per_query_head(tensor, segment.rows, heads) for tensor in (k, v))
         scores = q_segment @ k_segment.transpose(1, 2) * scale
         slope = torch.ones_like(scores)
         if softcap > 0:
